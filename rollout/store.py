@@ -74,6 +74,10 @@ class EpisodeStore(Protocol):
         """Save a resume point without a segment (the sandbox's id before the first turn, a park between turns)."""
         ...
 
+    async def restart(self, lease: Lease) -> None:
+        """Begin the episode anew: forget its segments and resume point. What the stream holds, the next segments replace."""
+        ...
+
     async def append(self, lease: Lease, segment: Segment, point: Mapping[str, Any]) -> None:
         """One turn: stream the segment, keep it for resumption, save `point`, renew the lease."""
         ...

@@ -17,17 +17,26 @@ from learner.warmup.demonstrations import TokenSequence
 
 IGNORED = -100
 
+MUON_RATE = 5.0
+"""Muon's learning rate over AdamW's."""
+
+PARTS = 2
+"""A batch is carried out in so many parts of similar length: whole batches would be padding for the most part."""
+
 
 def _batches(sequences: Sequence[TokenSequence], size: int, rng: np.random.Generator) -> Iterator[list[TokenSequence]]:
-    """Endless shuffled batches; neighbours in a batch have similar lengths, so that little is padding."""
+    """Endless shuffled batches."""
     while True:
         order = rng.permutation(len(sequences))
-        pool = [
-            sorted(order[i : i + size * 8], key=lambda k: len(sequences[k].tokens)) for i in range(0, len(order), size * 8)
-        ]
-        groups = [part[i : i + size] for part in pool for i in range(0, len(part), size)]
-        for k in rng.permutation(len(groups)):
-            yield [sequences[i] for i in groups[k]]
+        for start in range(0, len(order) - len(order) % size or len(order), size):
+            yield [sequences[i] for i in order[start : start + size]]
+
+
+def _parts(batch: Sequence[TokenSequence], parts: int) -> list[list[TokenSequence]]:
+    """The batch in parts of similar length each, so that little is padding."""
+    ordered = sorted(batch, key=lambda item: len(item.tokens))
+    size = -(-len(ordered) // parts)
+    return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 
 
 def collate(batch: Sequence[TokenSequence]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,6 +49,26 @@ def collate(batch: Sequence[TokenSequence]) -> tuple[torch.Tensor, torch.Tensor]
         tokens[row, :n] = item.tokens
         targets[row, : n - 1] = np.where(item.mask[1:], item.tokens[1:], IGNORED)
     return torch.from_numpy(tokens), torch.from_numpy(targets)
+
+
+def _summed_loss(model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    spoken = targets != IGNORED
+    # The model is causal and pads stand at the end, so the pads change nothing before them. Only the assistant's
+    # positions reach the vocabulary, which is a good part of a small model's work.
+    hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    return cross_entropy(model.get_output_embeddings()(hidden[spoken]).float(), targets[spoken], reduction="sum")
+
+
+def _optimizers(model: Any, learning_rate: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the layers, which needs far fewer steps than AdamW; AdamW for the rest."""
+    vocabulary = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+    matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in vocabulary]
+    inside = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in inside]
+    return [
+        torch.optim.Muon(matrices, lr=MUON_RATE * learning_rate, momentum=0.95, weight_decay=0.0),
+        torch.optim.AdamW(rest, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01),
+    ]
 
 
 def supervise(
@@ -57,25 +86,30 @@ def supervise(
     limit = model.config.max_position_embeddings
     if longest > limit:
         raise ValueError(f"a demonstration has {longest} tokens, the model's positions end at {limit}: raise --max-length")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizers = _optimizers(model, learning_rate)
     warm = max(1, steps // 20)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / warm) * (0.1 + 0.9 * (1 - step / max(1, steps)))
-    )
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min(1.0, (step + 1) / warm) * (0.1 + 0.9 * (1 - step / max(1, steps)))
+        )
+        for optimizer in optimizers
+    ]
     batches = _batches(sequences, batch_size, np.random.default_rng(seed))
     losses: list[float] = []
     model.train()
     for step in range(steps):
-        tokens, targets = collate(next(batches))
-        # The model is causal and pads stand at the end, so the pads change nothing before them.
-        logits = model(input_ids=tokens, use_cache=False).logits.float()
-        loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        model.zero_grad(set_to_none=True)
+        batch = next(batches)
+        spoken_in_all = sum(int(item.mask[1:].sum()) for item in batch)
+        total = 0.0
+        for part in _parts(batch, PARTS):
+            loss: Any = _summed_loss(model, *collate(part)) / spoken_in_all
+            loss.backward()
+            total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        losses.append(loss.item())
+        for moved in (*optimizers, *schedules):
+            moved.step()
+        losses.append(total)
         on_step(step, losses[-1])
     model.eval()
     tail = losses[-max(1, steps // 10) :]

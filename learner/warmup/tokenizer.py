@@ -11,6 +11,7 @@ Guarantees:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -46,7 +47,8 @@ def build_tokenizer(
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in dict.fromkeys(phrases)])
-    return PreTrainedTokenizerFast(
+    made: Any = PreTrainedTokenizerFast  # untyped in transformers
+    tokenizer_with_template: PreTrainedTokenizerFast = made(
         tokenizer_object=tokenizer,
         chat_template=CHAT_TEMPLATE,
         pad_token=PAD,
@@ -54,3 +56,4 @@ def build_tokenizer(
         model_max_length=max_length,
         clean_up_tokenization_spaces=False,
     )
+    return tokenizer_with_template

@@ -47,6 +47,19 @@ class Completion:
     timing: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class ServerLoad:
+    """Counters since the server started, and its queue now. A counter that went back belongs to a server that restarted."""
+
+    prompt_tokens: int
+    """Prompt tokens that came in."""
+    generated_tokens: int
+    running: int
+    waiting: int
+    busy_s: float | None = None
+    """Seconds in which the model ran. None: the server does not count them, as vLLM does not."""
+
+
 class PolicyError(Exception):
     """A policy server answered, and refused: the message names the server, the status and its reason."""
 
@@ -86,6 +99,10 @@ class PolicyAdmin(Protocol):
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-prob of `token_ids[i]` given what precedes it, for i >= 1, at temperature 1: `len(token_ids) - 1` values."""
+        ...
+
+    async def load(self) -> ServerLoad:
+        """Counters for displays."""
         ...
 
     async def close(self) -> None: ...
