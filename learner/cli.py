@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,3 +68,5 @@ def _load(target: str) -> click.Command:
 @click.version_option(package_name="farmhand")
 def main() -> None:
     """Train LLM agents by reinforcement learning while they work."""
+    # Torch's threads would otherwise wait for each other by spinning, on the cores that the sandboxes need.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

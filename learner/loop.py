@@ -109,7 +109,7 @@ class TrainingLoop:
             steps=config.run.steps,
         )
         self._buffer = TrajectoryBuffer(
-            config.batch, self._admission, self.ledger, max_tokens=config.batch.micro_batch_tokens
+            config.batch, self._admission, self.ledger, max_tokens=min(config.batch.micro_batch_tokens, trainer.positions)
         )
         self._plan = GroupPlan(folder.name, config.rollout(), tasks, config.batch.group_size, config.run.seed)
         self._dedup = Dedup()

@@ -159,13 +159,20 @@ class MetricsLog:
         self._board = SummaryWriter(str(tensorboard), purge_step=purge, flush_secs=10)
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        self._file.write(json.dumps(_finite({"kind": kind, "step": step, **values}), allow_nan=False) + "\n")
         for name, value in _numbers(values):
             self._board.add_scalar(f"{kind}/{name}", value, step)
 
     def close(self) -> None:
         self._file.close()
         self._board.close()
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no number that is not finite: null stands for it."""
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

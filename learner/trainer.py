@@ -92,6 +92,11 @@ class Trainer:
         """Optimizer steps taken, skipped ones apart."""
 
     @property
+    def positions(self) -> int:
+        """Tokens of the longest sequence that the model takes."""
+        return int(self._model.config.max_position_embeddings)
+
+    @property
     def vocab_size(self) -> int:
         return int(self._model.get_output_embeddings().weight.shape[0])
 

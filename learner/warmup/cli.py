@@ -121,10 +121,10 @@ def build(
 
 def _from_nothing(demos: list[Any], tool_format: str, vocabulary: int, max_length: int) -> tuple[Any, Any]:
     """A tokenizer of the demonstrations' own words, and a freshly initialised Llama over it."""
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from envs.toolcalls import frames, system_text
+    from learner.warmup.initial import favour_copying
     from learner.warmup.tokenizer import build_tokenizer
 
     phrases = {system_text(demo.reset, tool_format) for demo in demos}
@@ -142,15 +142,11 @@ def _from_nothing(demos: list[Any], tool_format: str, vocabulary: int, max_lengt
         tie_word_embeddings=True,
         initializer_range=ARCHITECTURE["hidden_size"]
         ** -0.5,  # the usual 0.02 is for wide models; a narrow one starts slowly
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
     model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        # A head that begins by passing on what it looks at makes copying a name easy to find.
-        for layer in model.model.layers:
-            attention: Any = layer.self_attn
-            attention.o_proj.weight.copy_(attention.v_proj.weight.T)
+    favour_copying(model)
     return tokenizer, model

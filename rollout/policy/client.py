@@ -205,6 +205,10 @@ class VllmAdmin:
         self._http = _Connection(url, api_key=api_key, retry_s=retry_s, request_timeout_s=timeout_s)
         self._model = model
 
+    @property
+    def url(self) -> str:
+        return self._http.url
+
     async def health(self) -> bool:
         """True if the server answers and its engine lives. Never raises for a server that is away."""
         try:
