@@ -14,7 +14,7 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 @click.command()
 @click.argument("config", type=FILE, required=False)
 @click.option("--resume", type=FOLDER, metavar="RUN", help="Go on with the run in this folder.")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key, e.g. --set optimizer.lr=1e-4.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key, e.g. --set run.steps=5.")
 @click.pass_context
 def train(ctx: click.Context, config: Path | None, resume: Path | None, overrides: tuple[str, ...]) -> None:
     """Train a policy as the file CONFIG says, or go on with a run.

@@ -27,11 +27,11 @@ ARCHITECTURE: dict[str, Any] = {
 @click.option(
     "--haste",
     type=click.FloatRange(0, 1),
-    default=0.55,
+    default=0.5,
     show_default=True,
     help="Share of demonstrations in which the oracle slips; such a policy has room to learn.",
 )
-@click.option("--steps", default=3000, show_default=True, help="Supervised steps.")
+@click.option("--steps", default=5000, show_default=True, help="Supervised steps.")
 @click.option("--batch-size", default=16, show_default=True, help="Demonstrations a step.")
 @click.option("--lr", "learning_rate", default=4e-3, show_default=True, help="Peak learning rate.")
 @click.option(
@@ -121,10 +121,10 @@ def build(
 
 def _from_nothing(demos: list[Any], tool_format: str, vocabulary: int, max_length: int) -> tuple[Any, Any]:
     """A tokenizer of the demonstrations' own words, and a freshly initialised Llama over it."""
+    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from envs.toolcalls import frames, system_text
-    from learner.warmup.initial import favour_copying
     from learner.warmup.tokenizer import build_tokenizer
 
     phrases = {system_text(demo.reset, tool_format) for demo in demos}
@@ -148,5 +148,9 @@ def _from_nothing(demos: list[Any], tool_format: str, vocabulary: int, max_lengt
         pad_token_id=tokenizer.pad_token_id,
     )
     model = LlamaForCausalLM(config)
-    favour_copying(model)
+    with torch.no_grad():
+        # A head that begins by passing on what it looks at makes it easy to find that names are to be copied.
+        for layer in model.model.layers:
+            attention: Any = layer.self_attn
+            attention.o_proj.weight.copy_(attention.v_proj.weight.T)
     return tokenizer, model

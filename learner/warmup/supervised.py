@@ -107,8 +107,9 @@ def supervise(
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for moved in (*optimizers, *schedules):
-            moved.step()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
         losses.append(total)
         on_step(step, losses[-1])
     model.eval()
