@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from envs.base import ToolCall
 from envs.oracle import oracle_calls
-from envs.toolcalls import render
 from learner.warmup.cli import warmup
 from learner.warmup.demonstrations import Demonstration, OracleFailed, TokenSequence, record, tokenise
 from learner.warmup.slips import slip
@@ -91,17 +90,14 @@ def test_only_what_the_assistant_says_is_learned() -> None:
 
 
 @given(st.integers(0, 300), st.integers(0, 50))
-def test_a_slip_is_one_mistake_that_still_ends_the_episode(index: int, seed: int) -> None:
+def test_a_slip_leaves_out_what_comes_last_and_still_ends_the_episode(index: int, seed: int) -> None:
     calls = oracle_calls(TASKS.task("train", index))
     slipped = slip(calls, np.random.default_rng(seed))
     assert slipped != calls
     assert slipped == slip(calls, np.random.default_rng(seed))
     assert slipped[-1] == calls[-1]
-    if len(slipped) == len(calls):
-        assert sum(a != b for a, b in zip(calls, slipped, strict=True)) == 1
-        assert len(render(slipped, "hermes").split(" ")) == len(render(calls, "hermes").split(" ")) - 1
-    else:
-        assert slipped[:-1] == calls[: len(slipped) - 1], "it ends early"
+    assert len(slipped) < len(calls)
+    assert slipped[:-1] == calls[: len(slipped) - 1]
 
 
 def test_a_slip_needs_work_to_slip_in() -> None:
@@ -129,7 +125,20 @@ async def test_an_oracle_that_fails_stops_the_warm_up(monkeypatch: pytest.Monkey
 
 def warm(out: Path, *options: str) -> list[float]:
     """Losses that it printed."""
-    small = ("--demonstrations", "48", "--steps", "30", "--batch-size", "8", "--threads", "1", "--out", str(out))
+    small = (
+        "--demonstrations",
+        "48",
+        "--steps",
+        "30",
+        "--hasty-steps",
+        "4",
+        "--batch-size",
+        "8",
+        "--threads",
+        "1",
+        "--out",
+        str(out),
+    )
     result = CliRunner().invoke(warmup, [*small, *options], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return [float(line.split("loss ")[1]) for line in result.output.splitlines() if line.startswith("step ")]

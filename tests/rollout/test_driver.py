@@ -289,9 +289,8 @@ async def cancel(task: asyncio.Task[None]) -> None:
         await task
 
 
-async def test_stopped_while_it_waits_for_the_policy_it_goes_on_as_if_nothing_had_been(world: Callable[..., World]) -> None:
-    """The observation was made, but the policy had not answered it: the next attempt asks again with the same tokens."""
-    w = world(ScriptedEnv(turns=3))
+async def stop_at_second_call(w: World) -> None:
+    """Drive until the policy is asked a second time, then stop as a worker that ends does."""
     waiting = asyncio.Event()
 
     async def wait_at_second(call: int) -> None:
@@ -304,9 +303,15 @@ async def test_stopped_while_it_waits_for_the_policy_it_goes_on_as_if_nothing_ha
     task = asyncio.create_task(w.drive(*await w.claim()))
     await waiting.wait()
     await cancel(task)
+    w.policy.before = None
+
+
+async def test_stopped_while_it_waits_for_the_policy_it_goes_on_as_if_nothing_had_been(world: Callable[..., World]) -> None:
+    """The observation was made, but the policy had not answered it: the next attempt asks again with the same tokens."""
+    w = world(ScriptedEnv(turns=3))
+    await stop_at_second_call(w)
     assert len(await w.backend.sandboxes()) == 1
 
-    w.policy.before = None
     w.env = ScriptedEnv(turns=3)
     lease, resume = await w.claim()
     assert lease.attempt == 2
@@ -365,22 +370,10 @@ async def test_an_attempt_that_was_overtaken_stops_without_a_word(world: Callabl
 
 async def test_a_world_that_is_gone_is_begun_anew(world: Callable[..., World]) -> None:
     w = world(ScriptedEnv(turns=3))
-    waiting = asyncio.Event()
-
-    async def wait_at_second(call: int) -> None:
-        if call == 1:
-            waiting.set()
-            await asyncio.Event().wait()
-
-    w.policy.before = wait_at_second
-    await w.submit()
-    task = asyncio.create_task(w.drive(*await w.claim()))
-    await waiting.wait()
-    await cancel(task)
+    await stop_at_second_call(w)
     for info in await w.backend.sandboxes():
         await (await w.backend.attach(info.id)).kill()
 
-    w.policy.before = None
     w.env = ScriptedEnv(turns=3)
     await w.drive(*await w.claim())
     assert w.env.log[0] == "reset"
