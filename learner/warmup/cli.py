@@ -30,7 +30,7 @@ HASTE_RATE = 0.2
 @click.option("--from", "start", default=None, help="Model to start from; a small one is made from nothing by default.")
 @click.option("--tasks", "task_set", default="shell", show_default=True, help="Task set to demonstrate.")
 @click.option("--demonstrations", default=4000, show_default=True, help="Train tasks whose oracle is played.")
-@click.option("--steps", default=520, show_default=True, help="Supervised steps on demonstrations without slips.")
+@click.option("--steps", default=640, show_default=True, help="Supervised steps on demonstrations without slips.")
 @click.option(
     "--haste",
     type=click.FloatRange(0, 1),
