@@ -114,7 +114,8 @@ class _Loop:
         except (StoreUnavailable, asyncio.CancelledError):
             raise
         except Exception:
-            # Celery logs it. The lease runs out, and the episode is tried again or ended as lost.
+            # The lease runs out, and the episode is tried again or ended as lost.
+            log.exception("episode %s of run %s could not be driven here", episode_id, run)
             callback((1, ExceptionInfo(), time.monotonic() - started))
         else:
             callback((0, None, time.monotonic() - started))
@@ -180,6 +181,7 @@ class EpisodePool(BasePool):  # type: ignore[misc]
                 raise ValueError(f"a message for {name!r} with {positional!r}; expected rollout.episode(run=, episode_id=)")
             run, episode_id = str(named["run"]), str(named["episode_id"])
         except Exception:
+            log.exception("a message was refused")
             callback((1, ExceptionInfo(), 0.0))
         else:
             self._episodes.submit(run, episode_id, callback)

@@ -55,7 +55,10 @@ def _checked(path: Path) -> Path:
 def load_model(path: Path, dtype: torch.dtype) -> Any:
     """The causal language model in `path`, in evaluation mode. Nothing is fetched, and no code of the folder is run."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    # It would run through the live view, and is over at once.
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model: Any = AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, use_safetensors=True, local_files_only=True, trust_remote_code=False
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 CONFIG = """
 [run]
-name = "run"
+name = "{name}"
 folder = "{folder}"
 steps = 5
 seed = 3
@@ -65,9 +66,11 @@ class Run:
     """One `farmhand train`, and what it leaves."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder / "run"
+        # No two runs of this host share a name: their sandboxes carry it.
+        self.name = f"run-{secrets.token_hex(4)}"
+        self.folder = folder / self.name
         self.config = folder / "config.toml"
-        self.config.write_text(CONFIG.format(folder=folder))
+        self.config.write_text(CONFIG.format(folder=folder, name=self.name))
         self.log = folder / "output.txt"
         self.process: subprocess.Popen[bytes] | None = None
 

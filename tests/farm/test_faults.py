@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +18,13 @@ from tests.farm.conftest import Run, alive
 pytestmark = pytest.mark.farm
 
 
-def sandboxes(run: str = "run") -> list[str]:
-    """Ids of the sandboxes of runs of that name on this host."""
+def sandboxes(run: Run) -> list[str]:
+    """Ids of the run's sandboxes on this host."""
 
     async def found() -> list[str]:
         backend = get_backend("local")
         try:
-            return [info.id for info in await backend.sandboxes() if info.labels.get("run", "").split(".")[0] == run]
+            return [info.id for info in await backend.sandboxes() if info.labels.get("run", "").split(".")[0] == run.name]
         finally:
             await backend.close()
 
@@ -38,7 +41,7 @@ def assert_nothing_lost(run: Run, steps: int = 5) -> None:
     episodes = run.episodes()
     assert len({row["episode"] for row in episodes}) == len(episodes) == 30
     assert all(row["status"] != "failed" for row in episodes)
-    assert sandboxes() == []
+    assert sandboxes(run) == []
 
 
 def attempts(run: Run) -> list[int]:
@@ -47,7 +50,7 @@ def attempts(run: Run) -> list[int]:
 
 def test_kill_9_of_the_worker(run: Run) -> None:
     run.begin()
-    run.until(lambda: run.step() >= 1 and bool(sandboxes()))
+    run.until(lambda: run.step() >= 1 and bool(sandboxes(run)))
     run.kill("worker-1")
     assert run.ends() == 0, run.output()
     assert_nothing_lost(run)
@@ -56,7 +59,7 @@ def test_kill_9_of_the_worker(run: Run) -> None:
 
 def test_kill_9_of_the_policy_server(run: Run) -> None:
     run.begin()
-    run.until(lambda: run.step() >= 1 and bool(sandboxes()))
+    run.until(lambda: run.step() >= 1 and bool(sandboxes(run)))
     run.kill("policy")
     assert run.ends() == 0, run.output()
     assert_nothing_lost(run)
@@ -66,7 +69,7 @@ def test_kill_9_of_the_policy_server(run: Run) -> None:
 
 def test_kill_9_of_the_broker(run: Run) -> None:
     run.begin()
-    run.until(lambda: run.step() >= 1 and bool(sandboxes()))
+    run.until(lambda: run.step() >= 1 and bool(sandboxes(run)))
     run.kill("broker")
     assert run.ends() == 0, run.output()
     assert_nothing_lost(run)
@@ -74,13 +77,13 @@ def test_kill_9_of_the_broker(run: Run) -> None:
 
 def test_kill_9_of_the_trainer(run: Run) -> None:
     run.begin()
-    run.until(lambda: run.step() >= 2 and bool(sandboxes()))
+    run.until(lambda: run.step() >= 2 and bool(sandboxes(run)))
     children = run.children()
-    left = sandboxes()
+    left = sandboxes(run)
     os.kill(run.pid, signal.SIGKILL)
     assert run.ends() == -signal.SIGKILL
     wait_for_end_of(children)
-    assert set(sandboxes()) & set(left), "a sandbox outlives the worker that made it"
+    assert set(sandboxes(run)) & set(left), "a sandbox outlives the worker that made it"
     run.resume()
     assert run.ends() == 0, run.output()
     assert_nothing_lost(run)
@@ -89,12 +92,12 @@ def test_kill_9_of_the_trainer(run: Run) -> None:
 
 def test_ctrl_c_leaves_nothing_behind_and_the_run_goes_on(run: Run) -> None:
     run.begin()
-    run.until(lambda: run.step() >= 1 and bool(sandboxes()))
+    run.until(lambda: run.step() >= 1 and bool(sandboxes(run)))
     children = run.children()
     os.kill(run.pid, signal.SIGINT)
     assert run.ends() == 130, run.output()
     assert [name for name, pid in children.items() if alive(pid)] == []
-    assert sandboxes() == []
+    assert sandboxes(run) == []
     assert list(run.folder.rglob("*.sock")) == []
     summary = run.summary()
     assert summary["outcome"] == "interrupted"
@@ -113,9 +116,31 @@ def test_a_policy_server_that_does_not_come_back_stops_the_run_with_its_name(run
     assert "Traceback" not in run.log.read_text()
 
 
-def wait_for_end_of(children: dict[str, int]) -> None:
-    import time
+def test_a_full_disk_stops_the_run_clearly_and_it_goes_on_once_there_is_space(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    # A checkpoint takes about 18 MB.
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "farmhand-test", str(disk)], check=True)
+    try:
+        run = Run(disk)
+        try:
+            run.begin()
+            assert run.ends() == 1, run.output()
+            said = run.log.read_text()
+            assert "the disk is full" in said
+            assert "farmhand train --resume" in said
+            assert "Traceback" not in said
+            subprocess.run(["mount", "-o", "remount,size=400m", str(disk)], check=True)
+            run.resume()
+            assert run.ends() == 0, run.output()
+            assert_nothing_lost(run)
+        finally:
+            run.clean_up()
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
 
+
+def wait_for_end_of(children: dict[str, int]) -> None:
     deadline = time.monotonic() + 30
     while any(alive(pid) for pid in children.values()):
         assert time.monotonic() < deadline, f"children outlive their owner: {children}"
