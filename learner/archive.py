@@ -43,12 +43,14 @@ SCHEMA = pa.schema(
 
 
 class EpisodeArchive:
-    """Collects records, and writes the ended episodes at `flush`: one file `FOLDER/NAME-NUMBER.parquet` a flush."""
+    """Collects records, and writes the ended episodes at `flush`: one file `FOLDER/NAME-SERIAL.parquet` a flush."""
 
     def __init__(self, folder: Path, name: str, model: str) -> None:
         self._folder = folder
         self._name = name
         self._model = model
+        self._serial = 0
+        """Of the next file."""
         self._tokenizer: Any = None
         self._orders: dict[str, Episode] = {}
         self._segments: dict[str, list[Segment]] = {}
@@ -70,17 +72,18 @@ class EpisodeArchive:
             if order is not None:
                 self._ended.append((order, segments[: record.index], record))
 
-    def flush(self, number: int = 0, *, at_least: int = 1) -> Path | None:
+    def flush(self, *, at_least: int = 1) -> Path | None:
         """Write what has ended since the last flush. Blocking. None if that is fewer than `at_least`."""
         if len(self._ended) < at_least:
             return None
         ended, self._ended = self._ended, []
-        path = self._folder / f"{self._name}-{number:06d}.parquet"
+        path = self._folder / f"{self._name}-{self._serial:06d}.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = [self._row(*item) for item in ended]
         fresh = path.with_name(f".{path.name}.new")
         pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), fresh, compression="zstd")
         fresh.replace(path)
+        self._serial += 1
         return path
 
     def _row(self, order: Episode, segments: Sequence[Segment], end: EpisodeEnd) -> dict[str, Any]:
@@ -121,15 +124,16 @@ class EpisodeArchive:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
         return text
 
-    def discard_after(self, number: int) -> None:
-        """Remove files that were written after the state that was loaded: its episodes will be written again."""
+    def discard_later(self) -> None:
+        """Remove files that were written after the state that was loaded: their episodes will be written again."""
         for path in self._folder.glob(f"{self._name}-*.parquet"):
-            if int(path.stem.rpartition("-")[2]) > number:
+            if int(path.stem.rpartition("-")[2]) >= self._serial:
                 path.unlink()
 
     def state(self) -> dict[str, Any]:
         """Plain data for msgpack: open episodes, and ended ones that are not written yet."""
         return {
+            "serial": self._serial,
             "orders": [encode(order) for order in self._orders.values()],
             "segments": [[encode(segment) for segment in segments] for segments in self._segments.values()],
             "ended": [
@@ -139,6 +143,7 @@ class EpisodeArchive:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        self._serial = int(state["serial"])
         orders = [decode(data) for data in state["orders"]]
         self._orders = {order.id: order for order in orders if isinstance(order, Episode)}
         self._segments = {}

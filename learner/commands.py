@@ -63,7 +63,9 @@ def evaluate(**options: object) -> None:
     from learner.evaluate import EvalOptions
     from learner.evaluate import evaluate as run_evaluation
 
-    asyncio.run(run_evaluation(EvalOptions.model_validate(options)))
+    evaluation = asyncio.run(run_evaluation(EvalOptions.model_validate(options)))
+    if not evaluation.tally().scored:
+        raise click.ClickException("no episode could be scored; the table above says why, the trajectories say more")
 
 
 @click.command()

@@ -71,7 +71,7 @@ class FarmSection(Section):
 
 
 class BrokerSection(Section):
-    url: str | None = Field(default=None, pattern=r"^(redis|rediss|unix|redis\+socket)://")
+    url: str | None = Field(default=None, pattern=r"^(redis|rediss|unix)://")
     """A Valkey or Redis that workers elsewhere can reach. None: one is started in the run's folder."""
 
 

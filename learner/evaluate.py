@@ -6,6 +6,8 @@ gets `eval.json` and every trajectory as Parquet.
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -71,9 +73,14 @@ async def evaluate(options: EvalOptions) -> Evaluation:
     if folder.summary.exists() or (path / "eval.json").exists():
         raise RunError(f"{path} holds a result already; name another folder with --out")
     console = Console(highlight=False, soft_wrap=True)
+    # As Ctrl-C does: everything that was started here is ended.
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with AsyncExitStack() as stack:
         stack.enter_context(folder.lock())
-        farm = await stack.enter_async_context(open_farm(config, folder))
+        farm = await stack.enter_async_context(open_farm(config, folder, fresh=True))
+        await farm.open_policy()
         console.print(f"playing {config.eval.size} tasks of {config.tasks.set}/{options.split}")
         evaluation = await run_evaluation(
             farm, tasks, config.eval, label=options.split, split=options.split, seed=options.seed, version=0

@@ -27,7 +27,7 @@ async def run_evaluation(
     farm: Farm, tasks: TaskSet, settings: EvalSection, *, label: str, split: Split, seed: int, version: int
 ) -> Evaluation:
     """Play `settings.size` tasks once each; trajectories go to `episodes/eval-LABEL-000000.parquet` in the run's folder."""
-    run = f"{farm.folder.name}.eval.{label}"
+    run = f"{farm.folder.key}.eval.{label}"
     config = farm.published
     if settings.temperature is not None:
         sampling = config.sampling.model_copy(update={"temperature": settings.temperature})
@@ -36,7 +36,7 @@ async def run_evaluation(
         make_group(run, config, tasks, split, i, group=i, size=1, seed=seed, version=version, purpose="eval")[0]
         for i in range(settings.size)
     ]
-    families = {episode.id: tasks.task(split, episode.task_index).family for episode in episodes}
+    families = {episode.id: _family(tasks, split, episode.task_index) for episode in episodes}
     evaluation = Evaluation(families)
     archive = EpisodeArchive(farm.folder.episodes, f"eval-{label}", farm.config.policy.model)
     await farm.publish(run, config)
@@ -49,6 +49,14 @@ async def run_evaluation(
         await stream.close()
     await asyncio.to_thread(archive.flush)
     return evaluation
+
+
+def _family(tasks: TaskSet, split: Split, index: int) -> str:
+    """Empty for a task that cannot be made, which its worker will say."""
+    try:
+        return tasks.task(split, index).family
+    except Exception:
+        return ""
 
 
 async def _collect(

@@ -10,6 +10,7 @@ Guarantees:
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -45,6 +46,9 @@ class Farm:
     supervisor: Supervisor
     on_policy_restart: Callable[[], Awaitable[None]] | None = None
     """Set by whoever can bring a restarted policy server to the newest weights."""
+    on_worker_restart: Callable[[], Awaitable[None]] | None = None
+    """Set by whoever knows which episodes a worker may have taken along."""
+    workers_started: bool = False
     published: RolloutConfig = field(init=False)
 
     def __post_init__(self) -> None:
@@ -52,21 +56,47 @@ class Farm:
         policy = rollout.policy.model_copy(update={"url": self.policy_url})
         self.published = rollout.model_copy(update={"policy": policy})
 
+    async def open_policy(self) -> None:
+        """Let the policy server, which starts paused, serve: it has the weights that it is to have."""
+        if self.config.policy.url is None:
+            await self.admin.resume()
+
+    async def start_workers(self) -> None:
+        """Does nothing if they run already.
+
+        On resume, not before the run is published: what is left in the queue of an earlier start begins at once.
+        """
+        if self.workers_started:
+            return
+        self.workers_started = True
+        async with asyncio.TaskGroup() as starts:
+            for number in range(1, self.config.farm.workers + 1):
+                starts.create_task(self.supervisor.start(_worker(self, number)))
+
     async def publish(self, run: str, config: RolloutConfig) -> None:
         """Let workers know how the episodes of `run` are to be driven."""
         await self.store.put_run(run, config.model_dump(mode="json"))
 
 
 @asynccontextmanager
-async def open_farm(config: TrainConfig, folder: RunFolder) -> AsyncIterator[Farm]:
-    """Everything is ready when the block begins. Raises `ChildFailed` (in a group) for a child that does not get there."""
+async def open_farm(config: TrainConfig, folder: RunFolder, *, fresh: bool) -> AsyncIterator[Farm]:
+    """Broker and policy server are ready when the block begins, which starts the workers; those of a `fresh` run, whose
+    queue is empty, start beside them.
+
+    Raises `ChildFailed` (in a group) for a child that does not get there.
+    """
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(_remove_sandboxes, folder.name)
+        stack.push_async_callback(_remove_sandboxes, folder.key)
         supervisor = await stack.enter_async_context(Supervisor(folder.logs))
         broker_url = config.broker.url or await _start_broker(supervisor, folder)
-        policy_url = config.policy.url or f"http://127.0.0.1:{_free_port()}"
+        policy_url = config.policy.url or f"http://127.0.0.1:{_port(folder)}"
+        key_name = config.policy.api_key_env
         admin = VllmAdmin(
-            policy_url, model=config.policy.model, retry_s=config.policy.retry_s, timeout_s=config.publish.timeout_s
+            policy_url,
+            model=config.policy.model,
+            api_key=os.environ.get(key_name) if key_name else None,
+            retry_s=config.policy.retry_s,
+            timeout_s=config.publish.timeout_s,
         )
         stack.push_async_callback(admin.close)
         store = ValkeyStore(broker_url)
@@ -74,11 +104,10 @@ async def open_farm(config: TrainConfig, folder: RunFolder) -> AsyncIterator[Far
         sender = CelerySender(broker_url)
         stack.callback(sender.close)
         farm = Farm(config, folder, broker_url, policy_url, store, admin, Dispatcher(store, sender), supervisor)
-        async with asyncio.TaskGroup() as starts:
-            if config.policy.url is None:
-                starts.create_task(supervisor.start(_policy(farm)))
-            for number in range(1, config.farm.workers + 1):
-                starts.create_task(supervisor.start(_worker(farm, number)))
+        if fresh:
+            await farm.start_workers()
+        if config.policy.url is None:
+            await supervisor.start(_policy(farm))
         yield farm
 
 
@@ -97,7 +126,7 @@ def _policy(farm: Farm) -> ChildSpec:
     engine, limits = farm.config.engine, farm.config.limits
     command = [
         *(sys.executable, "-m", "learner", "policy", "serve", farm.config.policy.model),
-        *("--port", farm.policy_url.rpartition(":")[2]),
+        *("--port", farm.policy_url.rpartition(":")[2], "--paused"),
         *("--max-num-seqs", str(engine.max_num_seqs), "--dtype", engine.dtype, "--threads", str(engine.threads)),
     ]
     longest = engine.max_model_len or limits.max_tokens
@@ -107,6 +136,7 @@ def _policy(farm: Farm) -> ChildSpec:
     async def restarted() -> None:
         if farm.on_policy_restart is not None:
             await farm.on_policy_restart()
+        await farm.open_policy()
 
     return ChildSpec(
         name="policy", command=command, ready=farm.admin.health, ready_timeout_s=POLICY_READY_S, on_restart=restarted
@@ -119,18 +149,32 @@ def _worker(farm: Farm, number: int) -> ChildSpec:
     )
     # Torch and its kin would otherwise each start threads for every core in every worker.
     env = {"FARMHAND_BROKER": farm.broker_url, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return ChildSpec(name=f"worker-{number}", command=command, env=env, restarts=20, grace_s=30.0)
+
+    async def restarted() -> None:
+        if farm.on_worker_restart is not None:
+            await farm.on_worker_restart()
+
+    name = f"worker-{number}"
+    return ChildSpec(name=name, command=command, env=env, restarts=20, grace_s=30.0, on_restart=restarted)
 
 
 def _kind(config: TrainConfig) -> str:
     return str(config.sandbox.get("kind", "local"))
 
 
-def _free_port() -> int:
+def _port(folder: RunFolder) -> int:
+    """The policy server's port: that of the run's earlier start if it is free, for workers may still be told of it."""
+    note = folder.path / ".policy-port"
+    wanted = int(note.read_text()) if note.exists() else 0
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", wanted))
+        except OSError:
+            probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
-        return port
+    note.write_text(f"{port}\n")
+    return port
 
 
 async def _remove_sandboxes(run: str) -> None:

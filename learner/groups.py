@@ -67,7 +67,11 @@ def make_group(
     purpose: Purpose = "train",
 ) -> list[Episode]:
     """`size` episodes of one task."""
-    kind = sandbox_kind(config, tasks, split, index)
+    try:
+        kind = sandbox_kind(config, tasks, split, index)
+    except Exception:
+        # A task that cannot be made fails with its traceback where it is driven, as any other fault of it does.
+        kind = str(config.sandbox.get("kind", "local"))
     return [
         Episode(
             run=run,

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 import msgpack
@@ -68,6 +69,9 @@ class Progress:
     finished: bool = False
     score_start: float | None = None
     score_end: float | None = None
+    failures: dict[str, int] = field(default_factory=dict)
+    """By kind."""
+    ended: list[str] = field(default_factory=list)
 
 
 class TrainingLoop:
@@ -111,9 +115,11 @@ class TrainingLoop:
         self._buffer = TrajectoryBuffer(
             config.batch, self._admission, self.ledger, max_tokens=min(config.batch.micro_batch_tokens, trainer.positions)
         )
-        self._plan = GroupPlan(folder.name, config.rollout(), tasks, config.batch.group_size, config.run.seed)
+        self._plan = GroupPlan(folder.key, config.rollout(), tasks, config.batch.group_size, config.run.seed)
         self._dedup = Dedup()
         self._archive = EpisodeArchive(folder.episodes, "train", config.policy.model)
+        self._began = time.time()
+        """Failures from before it have stopped a run once already."""
         self._budget = FailureBudget(config.run.max_failed_share, config.run.failure_window)
         self._unacked: list[str] = []
         self._ended: set[str] = set()
@@ -137,13 +143,16 @@ class TrainingLoop:
         self._buffer.load_state(msgpack.unpackb(parts["buffer"]))
         self._dedup.load_state(msgpack.unpackb(parts["dedup"]))
         self._archive.load_state(msgpack.unpackb(parts["archive"]))
-        self._archive.discard_after(self.progress.step)
+        self._archive.discard_later()
+        self._budget.kinds.update(self.progress.failures)
+        self._ended = set(self.progress.ended)
         self._policy.busy, self._policy.elapsed = self.progress.policy_busy_s, self.progress.policy_seconds
 
     async def save(self, *, final: bool = False) -> None:
         """Write a checkpoint, then acknowledge what it holds. `final`: no more episodes are expected."""
-        await asyncio.to_thread(self._archive.flush, self.progress.step, at_least=1 if final else ARCHIVE_ROWS)
-        self._clock_in()
+        await asyncio.to_thread(self._archive.flush, at_least=1 if final else ARCHIVE_ROWS)
+        self.progress.failures = dict(self._budget.kinds)
+        self.progress.ended = sorted(self._ended)
         acked, self._unacked = self._unacked, []
         parts = {
             "progress": json.dumps(asdict(self.progress)).encode(),
@@ -175,8 +184,8 @@ class TrainingLoop:
         status = self._display.status
         status.phase = "training"
         # Orders that a checkpoint holds may never have reached the store.
-        if open_episodes := list(self._buffer.open_episodes()):
-            await self._farm.dispatcher.submit(open_episodes)
+        await self._offer_again()
+        self._farm.on_worker_restart = self._offer_again
         async with asyncio.TaskGroup() as group:
             helpers = [
                 group.create_task(work)
@@ -187,6 +196,11 @@ class TrainingLoop:
             for helper in helpers:
                 helper.cancel()
         self._clock_in()
+
+    async def _offer_again(self) -> None:
+        """Send every open episode's message once more: a worker that died has taken some along."""
+        if open_episodes := list(self._buffer.open_episodes()):
+            await self._farm.dispatcher.submit(open_episodes)
 
     def _goes_on(self) -> bool:
         run = self._config.run
@@ -215,6 +229,8 @@ class TrainingLoop:
             await self._step(batch)
         every = self._config.eval.every
         if every and self.progress.step % every == 0 and self._goes_on():
+            # What is scored under this label must be what a resumed run would score.
+            await self.save()
             await evaluate(f"step-{self.progress.step}")
 
     async def _wait_for_news(self) -> None:
@@ -241,9 +257,11 @@ class TrainingLoop:
         self._dedup.forget(sorted(settled))
         self._ended -= settled
         self._room.set()
+        self._clock_in()
+        # A row whose step no checkpoint holds is cut off again when the run is resumed.
+        self._write_down(batch, result, push, lag)
         if progress.step % self._config.checkpoint.every == 0:
             await self.save()
-        self._write_down(batch, result, push, lag)
 
     async def _judge(self, batch: Batch, result: StepResult) -> None:
         """Keep a batch that could not be trained on; stop after too many in a row."""
@@ -322,7 +340,8 @@ class TrainingLoop:
                 self._buffer.add(delivery.record)
                 if isinstance(delivery.record, EpisodeEnd):
                     self._ended.add(delivery.record.episode_id)
-                    self._budget.add(delivery.record)
+                    if _ended_at(delivery.record) >= self._began:
+                        self._budget.add(delivery.record)
             if deliveries:
                 self._news.set()
                 self._room.set()
@@ -330,7 +349,7 @@ class TrainingLoop:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(JANITOR_S)
-            await self._farm.dispatcher.janitor(self._folder.name)
+            await self._farm.dispatcher.janitor(self._folder.key)
 
     async def _heed_stop(self) -> None:
         await self._stop.wait()
@@ -372,3 +391,9 @@ class TrainingLoop:
     @property
     def policy_idle(self) -> float:
         return self._policy.idle
+
+
+def _ended_at(end: EpisodeEnd) -> float:
+    """Unix seconds by its worker's clock; now, if the store has ended it."""
+    started = end.timing.get("started_at")
+    return time.time() if started is None else started + end.timing.get("seconds", 0.0)

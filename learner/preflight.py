@@ -6,6 +6,8 @@ Guarantees: everything that can be found out before a process is started is foun
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ from pydantic import ValidationError
 from learner.config import ConfigError, Mistake, TrainConfig
 from learner.settings import check_sampling
 from rollout.models import ModelNotFound, resolve_model
+from rollout.urls import BadUrl, masked, redis_url
 from sandbox.base import SandboxError, SandboxSpec
 from sandbox.registry import get_backend, known_kinds
 from tasks.base import Split, TaskSet
@@ -34,17 +37,45 @@ async def check_rollout(
     config: TrainConfig, source: str, splits: Mapping[Split, int], found: Sequence[Mistake] = ()
 ) -> TaskSet:
     """All that driving episodes needs: `splits` says how many tasks of which. `found` are mistakes known already."""
-    mistakes = [*found, *_times(config)]
+    mistakes = [*found, *_values(config)]
     tasks = _tasks(config, splits, mistakes)
-    try:
-        resolve_model(config.policy.model)
-    except ModelNotFound as error:
-        mistakes.append(Mistake("policy.model", repr(config.policy.model), str(error)))
+    mistakes += _model(config)
     if tasks is not None:
         await _sandboxes(config, tasks, next(iter(splits)), mistakes)
     if mistakes or tasks is None:
         raise ConfigError(source, mistakes)
     return tasks
+
+
+def _values(config: TrainConfig) -> list[Mistake]:
+    """Values that are right by themselves, but not together or not here."""
+    mistakes = []
+    if config.batch.min_members > config.batch.group_size:
+        allowed = f"at most batch.group_size = {config.batch.group_size}, or no group could ever be trained on"
+        mistakes.append(Mistake("batch.min_members", str(config.batch.min_members), allowed))
+    if config.broker.url is not None:
+        try:
+            redis_url(config.broker.url)
+        except BadUrl as error:
+            mistakes.append(Mistake("broker.url", masked(config.broker.url), str(error)))
+    key = config.policy.api_key_env
+    if key is not None and key not in os.environ:
+        mistakes.append(Mistake("policy.api_key_env", repr(key), "no environment variable of that name is set"))
+    return mistakes + _times(config)
+
+
+def _model(config: TrainConfig) -> list[Mistake]:
+    try:
+        folder = resolve_model(config.policy.model)
+    except ModelNotFound as error:
+        return [Mistake("policy.model", repr(config.policy.model), str(error))]
+    positions = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
+    wanted = {"limits.max_tokens": config.limits.max_tokens, "engine.max_model_len": config.engine.max_model_len}
+    return [
+        Mistake(key, str(value), f"allowed: at most {positions}, the positions of policy.model = {config.policy.model!r}")
+        for key, value in wanted.items()
+        if value is not None and positions is not None and value > positions
+    ]
 
 
 def _times(config: TrainConfig) -> list[Mistake]:
@@ -85,7 +116,10 @@ async def _sandboxes(config: TrainConfig, tasks: TaskSet, split: Split, mistakes
     except ValidationError as error:
         for item in error.errors(include_url=False):
             key = ".".join(["sandbox", *map(str, item["loc"])])
-            mistakes.append(Mistake(key, repr(item["input"]), f"allowed: {item['msg']}"))
+            allowed = item["msg"]
+            if item["type"] == "extra_forbidden":
+                allowed = ", ".join(sorted(SandboxSpec.model_fields))
+            mistakes.append(Mistake(key, repr(item["input"]), f"allowed: {allowed}"))
         return
     if spec.kind not in known_kinds():
         mistakes.append(Mistake("sandbox.kind", repr(spec.kind), f"allowed: {', '.join(known_kinds())}"))

@@ -218,6 +218,8 @@ class Publisher:
 
     async def _push_if_needed(self, admin: PolicyAdmin, name: str, release: _Release) -> _Push:
         if await self._call(admin.version()) == release.version:
+            # It may have started paused, to wait for what it has already.
+            await self._call(admin.resume())
             difference = await self._difference(admin, release)
             if difference is None or difference <= self._tolerance:
                 return _Push(0.0, difference)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,8 +44,16 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """The run's name in the store, in labels and in messages."""
+        """The run's name in messages."""
         return self.path.name
+
+    @property
+    def key(self) -> str:
+        """The run's name in the store and in sandbox labels: no other run, of whatever host, has the same."""
+        note = self.path / ".key"
+        if not note.exists():
+            note.write_text(f"{self.name}-{secrets.token_hex(4)}\n")
+        return note.read_text().strip()
 
     @classmethod
     def create(cls, config: TrainConfig, source: Path) -> RunFolder:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from rich.table import Table
+
+from learner.run import replace_json
 
 
 class _Part(BaseModel):
@@ -61,7 +62,7 @@ class Summary(_Part):
     ledger: LedgerCounts
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(self.model_dump(mode="json"), indent=2) + "\n")
+        replace_json(path, self.model_dump(mode="json"))
 
     def table(self) -> Table:
         """For the end of a run's output."""

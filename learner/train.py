@@ -11,6 +11,7 @@ Guarantees:
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -65,6 +66,9 @@ class _Run:
         self._tasks = tasks
         self._resume = resume
         self._stop = asyncio.Event()
+        self._started = False
+        """There is something to save, so that a stop must wait for it."""
+        self._loop: TrainingLoop | None = None
         status = Status(run=folder.name, steps=config.run.steps, time_limit_s=config.run.time_limit_s)
         self._display = Display(status)
 
@@ -73,12 +77,19 @@ class _Run:
         """SIGINT and SIGTERM stop the run; the second one does not wait."""
         loop = asyncio.get_running_loop()
 
+        task = asyncio.current_task()
+        assert task is not None
+
         def heed() -> None:
             if self._stop.is_set():
                 self._display.hide()
                 os._exit(HARD_EXIT)
-            self._display.say("stopping after this step; once more to leave at once")
             self._stop.set()
+            if self._started:
+                self._display.say("stopping after this step; once more to leave at once")
+            else:
+                self._display.say("stopping; once more to leave at once")
+                task.cancel()
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, heed)
@@ -90,48 +101,62 @@ class _Run:
 
     async def go(self) -> Outcome:
         checkpoint = load_checkpoint(self._folder.checkpoints, self._config.checkpoint.allow_previous)
+        if checkpoint is not None and json.loads(checkpoint.parts["progress"])["finished"]:
+            self._display.say(f"run {self._folder.path} has finished already; see farmhand report {self._folder.path}")
+            return Outcome(True, self._folder)
         self._display.say(f"run {self._folder.path}" + (f", going on at step {checkpoint.step}" if checkpoint else ""))
-        config, folder = self._config, self._folder
-        async with AsyncExitStack() as stack:
-            executor = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="trainer"))
-            stack.enter_context(self._display.shown())
-            # The model is read while the farm starts.
-            made = asyncio.get_running_loop().run_in_executor(executor, self._make_trainer, checkpoint)
-            farm = await stack.enter_async_context(open_farm(config, folder))
-            trainer = await made
-            publisher = Publisher(config.publish, folder.path, [farm.admin], dtype=config.engine.dtype)
-            stack.callback(publisher.close)
-            stream = ValkeyStream(farm.broker_url, folder.name, "learner")
-            stack.push_async_callback(stream.close)
-            resumed = (0 if checkpoint is None else checkpoint.step) if self._resume else None
-            log = MetricsLog(folder.metrics, folder.tensorboard, resume_step=resumed)
-            stack.callback(log.close)
-            loop = TrainingLoop(
-                config=config,
-                folder=folder,
-                farm=farm,
-                tasks=self._tasks,
-                trainer=trainer,
-                publisher=publisher,
-                stream=stream,
-                display=self._display,
-                log=log,
-                executor=executor,
-                stop=self._stop,
-            )
-            if checkpoint is not None:
-                loop.load(checkpoint)
-            outcome = "failed"
-            try:
-                await self._phases(farm, loop, trainer, publisher, log)
-                outcome = "finished" if loop.progress.finished else "interrupted"
-            except BaseException as error:
-                outcome = f"failed: {', '.join(sorted({type(leaf).__name__ for leaf in leaves(error)}))}"
+        outcome = "failed"
+        try:
+            async with AsyncExitStack() as stack:
+                await self._run(stack, checkpoint)
+            assert self._loop is not None
+            outcome = "finished" if self._loop.progress.finished else "interrupted"
+        except asyncio.CancelledError:
+            outcome = "interrupted"
+            if not self._stop.is_set():
                 raise
-            finally:
-                summary = self._conclude(loop, outcome)
-        self._tell(summary, loop)
-        return Outcome(loop.progress.finished, folder)
+        except BaseException as error:
+            outcome = f"failed: {', '.join(sorted({type(leaf).__name__ for leaf in leaves(error)}))}"
+            raise
+        finally:
+            summary = self._conclude(outcome)
+            if outcome != "finished":
+                self._display.say(f"go on with: farmhand train --resume {self._folder.path}")
+        if summary is not None:
+            self._tell(summary)
+        return Outcome(outcome == "finished", self._folder)
+
+    async def _run(self, stack: AsyncExitStack, checkpoint: Checkpoint | None) -> None:
+        config, folder = self._config, self._folder
+        executor = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="trainer"))
+        stack.enter_context(self._display.shown())
+        # The model is read while the farm starts.
+        made = asyncio.get_running_loop().run_in_executor(executor, self._make_trainer, checkpoint)
+        farm = await stack.enter_async_context(open_farm(config, folder, fresh=not self._resume))
+        trainer = await made
+        publisher = Publisher(config.publish, folder.path, [farm.admin], dtype=config.engine.dtype)
+        stack.callback(publisher.close)
+        stream = ValkeyStream(farm.broker_url, folder.key, "learner")
+        stack.push_async_callback(stream.close)
+        resumed = (0 if checkpoint is None else checkpoint.step) if self._resume else None
+        log = MetricsLog(folder.metrics, folder.tensorboard, resume_step=resumed)
+        stack.callback(log.close)
+        self._loop = TrainingLoop(
+            config=config,
+            folder=folder,
+            farm=farm,
+            tasks=self._tasks,
+            trainer=trainer,
+            publisher=publisher,
+            stream=stream,
+            display=self._display,
+            log=log,
+            executor=executor,
+            stop=self._stop,
+        )
+        if checkpoint is not None:
+            self._loop.load(checkpoint)
+        await self._phases(farm, self._loop, trainer, publisher, log)
 
     def _make_trainer(self, checkpoint: Checkpoint | None) -> Trainer:
         trainer = Trainer(
@@ -148,13 +173,17 @@ class _Run:
 
     async def _phases(self, farm: Farm, loop: TrainingLoop, trainer: Trainer, publisher: Publisher, log: MetricsLog) -> None:
         progress, settings = loop.progress, self._config.eval
-        await farm.publish(self._folder.name, farm.published)
+        # In this order: no episode begins under a policy that it should not have.
+        await farm.publish(self._folder.key, farm.published)
         await publisher.catch_up(trainer, progress.step)
+        await farm.open_policy()
 
         async def catch_up() -> None:
             await publisher.catch_up(trainer, progress.step)
 
         farm.on_policy_restart = catch_up
+        await farm.start_workers()
+        self._started = True
 
         async def evaluate(label: str) -> float | None:
             return await self._evaluate(farm, log, label, progress.step)
@@ -166,8 +195,10 @@ class _Run:
         await loop.run(evaluate)
         if loop.reached_end and not progress.finished and not self._stop.is_set():
             # What is still under way has no step to go into: it stays in the ledger as unfinished.
-            await farm.store.cancel(self._folder.name, loop.ledger.unfinished, "the run has ended")
+            await farm.store.cancel(self._folder.key, loop.ledger.unfinished, "the run has ended")
             if settings.size and settings.at_end:
+                # What is scored must be what a resumed run would score.
+                await loop.save()
                 progress.score_end = await evaluate("end")
             progress.finished = not self._stop.is_set()
             if progress.finished:
@@ -204,8 +235,11 @@ class _Run:
         )
         return status.reward_test
 
-    def _conclude(self, loop: TrainingLoop, outcome: str) -> Summary:
-        """Write what came of the run, as far as the loop got."""
+    def _conclude(self, outcome: str) -> Summary | None:
+        """Write what came of the run, as far as the loop got; None if it never began."""
+        loop = self._loop
+        if loop is None:
+            return None
         progress = loop.progress
         lag = loop.ledger.lag.summary()
         summary = Summary(
@@ -224,8 +258,10 @@ class _Run:
         replace_json(self._folder.ledger, loop.ledger.state())
         return summary
 
-    def _tell(self, summary: Summary, loop: TrainingLoop) -> None:
+    def _tell(self, summary: Summary) -> None:
         """After everything has ended: the table, the ledger, and where the rest lies."""
+        loop = self._loop
+        assert loop is not None
         show = self._display.console.print
         show(summary.table())
         show(render_ledger(loop.ledger.state()))
@@ -234,5 +270,3 @@ class _Run:
             show(f"pictures: {', '.join(str(path) for path in pictures)}")
         if loop.progress.finished:
             show(f"the trained model is in {self._folder.path / 'model'}; score it with farmhand eval --model")
-        else:
-            show(f"go on with: farmhand train --resume {self._folder.path}")

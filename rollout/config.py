@@ -19,7 +19,7 @@ class _Section(BaseModel):
 class PolicyConfig(_Section):
     model: str = "quickstart"
     """A folder with a transformers model and tokenizer, or a name that `rollout.models` knows."""
-    url: str | None = None
+    url: str | None = Field(default=None, pattern=r"^https?://.")
     """An OpenAI/vLLM-style server's base URL. None: the trainer starts the reference engine itself."""
     api_key_env: str | None = None
     tool_format: Literal["hermes", "qwen3"] = "hermes"

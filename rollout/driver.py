@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 import traceback
 from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any, Literal
 
-from envs.base import EnvError, Environment, Reset, Step
+from envs.base import EnvError, Environment, Reset, Score, Step
 from envs.registry import make_environment
 from rollout.context import RunContext
 from rollout.policy.base import PolicyError
@@ -33,6 +34,8 @@ from tasks.base import Task
 PARK_TIMEOUT_S = 5.0
 CLEAN_TIMEOUT_S = 30.0
 TRACEBACK_CHARS = 8000
+OVERTIME_S = 180.0
+"""Beyond the episode's own time: for a verifier that runs after it. Whoever hangs longer has failed."""
 
 Phase = Literal["opening", "policy", "append", "env", "score"]
 
@@ -75,6 +78,12 @@ def failure_of(error: Exception) -> Failure:
     return Failure(kind=kind, message=message[:TRACEBACK_CHARS], traceback=text[-TRACEBACK_CHARS:])
 
 
+def _finite(what: str, value: float) -> float:
+    if not math.isfinite(value):
+        raise EnvError(f"the environment gave {value!r} as {what}, expected a finite number")
+    return float(value)
+
+
 class _Attempt:
     def __init__(
         self,
@@ -114,15 +123,28 @@ class _Attempt:
         episode = self._lease.episode
         try:
             task = self._context.task(episode.split, episode.task_index)
-            await self._open(task)
-            status: Status = "completed" if self._done else await self._turns(task)
-            self._phase = "score"
-            score = await self._environment.score()
+            limit = self._context.limits(task).episode_timeout_s
+            async with asyncio.timeout(limit + OVERTIME_S) as clock:
+                status, score = await self._played(task, limit)
+            reward = _finite("score", score.reward) + self._earned
+            parts = {name: _finite(f"part {name!r} of the score", value) for name, value in score.parts.items()}
+            return self._end(status, reward=reward, parts=parts)
         except (LeaseLost, StoreUnavailable):
             raise
+        except TimeoutError as error:
+            if not clock.expired():
+                return self._end("failed", failure=failure_of(error))
+            what = f"{self._phase} did not end within limits.episode_timeout_s = {limit:g} and {OVERTIME_S:g} s more"
+            return self._end("failed", failure=failure_of(EnvError(what)))
         except Exception as error:
             return self._end("failed", failure=failure_of(error))
-        return self._end(status, reward=score.reward + self._earned, parts=dict(score.parts))
+
+    async def _played(self, task: Task, limit: float) -> tuple[Status, Score]:
+        deadline = asyncio.get_running_loop().time() + limit
+        await self._open(task)
+        status: Status = "completed" if self._done else await self._turns(task, deadline)
+        self._phase = "score"
+        return status, await self._environment.score()
 
     def _end(
         self,
@@ -196,9 +218,8 @@ class _Attempt:
 
     # The turns
 
-    async def _turns(self, task: Task) -> Status:
+    async def _turns(self, task: Task, deadline: float) -> Status:
         limits = self._context.limits(task)
-        deadline = asyncio.get_running_loop().time() + limits.episode_timeout_s
         while not self._done:
             room = limits.max_tokens - len(self._tokens) - len(self._pending)
             if self._turn >= limits.max_turns or room <= 0:
@@ -264,7 +285,7 @@ class _Attempt:
         return segment
 
     def _take(self, step: Step, sampled: list[int], finish_reason: str) -> None:
-        self._earned = step.reward
+        self._earned = _finite("reward of a turn", step.reward)
         self._done = step.done
         if not step.done:
             self._pending = self._context.renderer.bridge(sampled, finish_reason, step.messages)
@@ -296,7 +317,9 @@ class _Attempt:
         """The episode has ended: nothing of it stays. What cannot be removed now is left to the reaper."""
         with contextlib.suppress(TimeoutError, SandboxError):
             async with asyncio.timeout(CLEAN_TIMEOUT_S):
-                if self._env is not None:
-                    await self._env.close()
-                if self._sandbox is not None:
-                    await self._sandbox.kill()
+                try:
+                    if self._env is not None:
+                        await self._env.close()
+                finally:
+                    if self._sandbox is not None:
+                        await self._sandbox.kill()

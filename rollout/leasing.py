@@ -5,7 +5,7 @@ from __future__ import annotations
 from rollout.store import Lease, LeaseLost
 from rollout.trajectory import EpisodeEnd, Failure, Segment
 
-OFFER_S = 300.0
+OFFER_S = 60.0
 """An offered episode that nobody has claimed for this long is offered again: its message may have died with a worker."""
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from rollout.trajectory import Episode, EpisodeEnd, Record
 
-REMEMBERED = 4096
+REMEMBERED = 16384
 """Forgotten ids that are still refused: a learner that dies between its checkpoint and its acknowledgement reads the records
 of settled episodes again, and must not take them for new ones. Far more than it can have left unacknowledged."""
 

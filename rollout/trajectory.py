@@ -96,6 +96,8 @@ class Segment:
         object.__setattr__(self, "versions", tuple((int(v), int(c)) for v, c in self.versions))
         if any(c <= 0 for _, c in self.versions) or sum(c for _, c in self.versions) != n:
             raise MalformedRecord(f"{key}: versions {self.versions} do not cover {n} sampled tokens")
+        if not np.isfinite(self.reward):
+            raise MalformedRecord(f"{key}: reward {self.reward} is not finite")
         if n and not np.isfinite(self.logprobs).all():
             raise MalformedRecord(f"{key}: a log-prob is not finite")
         if self.parent is not None and not 0 <= self.parent < self.index:

@@ -159,7 +159,9 @@ class EpisodeWorker:
 
     async def _renew_loop(self) -> None:
         while True:
-            configs = [await self._contexts.config(run) for run in self._runs]
+            # Only runs with an episode here: one that has been deleted meanwhile has none.
+            runs = {held.lease.episode.run for held in self._running}
+            configs = [await self._contexts.config(run) for run in runs]
             await asyncio.sleep(min((config.lease.renew_s for config in configs), default=1.0))
             lost = await self._store.renew([held.lease for held in self._running]) if self._running else []
             for held in [held for held in self._running if held.lease in lost]:
@@ -173,7 +175,7 @@ class EpisodeWorker:
 
     async def reap(self) -> list[str]:
         """Remove sandboxes without a living episode; returns their ids."""
-        living = {run: set(await self._store.open_episodes(run)) for run in self._runs}
+        living = {run: set(await self._store.open_episodes(run)) for run in tuple(self._runs)}
 
         async def keep(info: SandboxInfo) -> bool:
             run = info.labels.get("run")

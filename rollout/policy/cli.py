@@ -21,6 +21,7 @@ def policy() -> None:
 @click.option("--max-model-len", type=click.IntRange(2), help="Tokens of prompt and answer; the model's own by default.")
 @click.option("--max-prefill-tokens", default=512, show_default=True, type=click.IntRange(1), help="Prompt tokens per step.")
 @click.option("--cached-rows", type=click.IntRange(0), help="Finished requests kept cached; default 2 x --max-num-seqs.")
+@click.option("--paused", is_flag=True, help="Let requests wait until a resume, e.g. for weights to come first.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
 @click.option(
     "--threads",
@@ -39,6 +40,7 @@ def serve(
     max_model_len: int | None,
     max_prefill_tokens: int,
     cached_rows: int | None,
+    paused: bool,
     dtype: str,
     threads: int,
 ) -> None:
@@ -77,7 +79,7 @@ def serve(
 
     async def main() -> None:
         server = PolicyServer(engine, tokenizer, model, eos_ids(loaded))
-        await run(server, host, port, listening)
+        await run(server, host, port, listening, paused=paused)
 
     try:
         uvloop.run(main())

@@ -20,7 +20,7 @@ def test_one_seed_and_no_staleness_give_the_same_rewards(tmp_path: Path) -> None
             run.begin("async.max_staleness=0", "tasks.set=shell", "batch.groups_per_step=6", "batch.group_size=4")
             assert run.ends() == 0, run.output()
             steps = [row for row in run.rows() if row["kind"] == "step"]
-            episodes = sorted((row["episode"], row["reward"], row["text"]) for row in run.episodes())
+            episodes = sorted((row["group"], row["member"], row["reward"], row["text"]) for row in run.episodes())
             figures.append(([row["reward"] for row in steps], [row["trainer"]["loss"] for row in steps], episodes))
         finally:
             run.clean_up()

@@ -44,7 +44,8 @@ def test_failures_are_counted_beside_the_score(tmp_path: Path) -> None:
     result = evaluate(
         tmp_path / "out", "--policy-url", "http://127.0.0.1:9", "--set", "policy.retry_s=0", "--set", "eval.size=4"
     )
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 1
+    assert "no episode could be scored" in result.stderr
     figures = json.loads((tmp_path / "out" / "eval.json").read_text())
     assert (figures["score"], figures["scored"], figures["failed"]) == (None, 0, 4)
     assert figures["failures"] == {"policy": 4}

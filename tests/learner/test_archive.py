@@ -57,7 +57,7 @@ def test_a_row_says_what_was_sampled_under_which_weights_and_reads_as_text(tmp_p
     archive.dispatch([order(0)])
     for record in (turn(0, 0), turn(0, 1, version=4), end(0, 2)):
         archive.add(record)
-    archive.flush(1)
+    archive.flush()
     (row,) = read(tmp_path)
     assert (row["episode"], row["status"], row["reward"], row["turns"], row["seconds"]) == ("e0", "completed", 1.0, 2, 2.5)
     assert row["tokens"] == [*ENV, *SAID] * 2
@@ -73,7 +73,7 @@ def test_failures_keep_their_traceback_and_an_attempt_that_began_anew_replaces_t
     archive.add(end(0, 0, failure=Failure(kind="env", message="oops", traceback="line 1")))
     for record in (turn(1, 0), turn(1, 1), turn(1, 0, attempt=2), end(1, 1, attempt=2)):
         archive.add(record)
-    archive.flush(1)
+    archive.flush()
     failed, anew = read(tmp_path)
     assert (failed["status"], failed["failure"], failed["message"], failed["traceback"]) == (
         "failed",
@@ -89,12 +89,12 @@ def test_a_resumed_archive_has_every_episode_once(tmp_path: Path) -> None:
     archive.dispatch([order(n) for n in range(3)])
     for record in (turn(0, 0), end(0, 1), turn(1, 0), end(1, 1), turn(2, 0)):
         archive.add(record)
-    assert archive.flush(4, at_least=10) is None
+    assert archive.flush(at_least=10) is None
     state = msgpack.unpackb(msgpack.packb(archive.state()))
-    archive.flush(5)
+    archive.flush()
     resumed = EpisodeArchive(tmp_path, "train", "quickstart")
     resumed.load_state(state)
-    resumed.discard_after(4)
+    resumed.discard_later()
     resumed.add(end(2, 1))
-    resumed.flush(5)
+    resumed.flush()
     assert sorted(str(row["episode"]) for row in read(tmp_path)) == ["e0", "e1", "e2"]

@@ -119,7 +119,28 @@ async def test_preflight_knows_the_size_of_a_split() -> None:
 
 async def test_preflight_refuses_a_sandbox_that_nobody_makes() -> None:
     assert "sandbox.kind: found 'docke'; allowed: local" in await preflight(sandbox={"kind": "docke"})
-    assert "sandbox.memory: found 1; allowed: " in await preflight(sandbox={"memory": 1})
+    text = await preflight(sandbox={"memory": 1})
+    assert "sandbox.memory: found 1; allowed: cpus, disk_mb, env" in text
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"batch": {"group_size": 1}}, "batch.min_members: found 2; at most batch.group_size = 1"),
+        ({"broker": {"url": "redis://:secret@"}}, "broker.url: found redis://:***@"),
+        ({"limits": {"max_tokens": 5000}}, "limits.max_tokens: found 5000; allowed: at most 1024"),
+        ({"policy": {"api_key_env": "NO_SUCH_KEY"}}, "policy.api_key_env: found 'NO_SUCH_KEY'; no environment variable"),
+    ],
+)
+async def test_preflight_finds_values_that_do_not_fit_together(sections: dict[str, dict[str, object]], told: str) -> None:
+    assert told in await preflight(**sections)
+
+
+def test_urls_of_an_unknown_form_are_mistakes(tmp_path: Path) -> None:
+    path = write(tmp_path, '[run]\nsteps = 1\n[policy]\nurl = "localhost:8000"\n[broker]\nurl = "amqp://x"\n')
+    text = mistakes(path)
+    assert 'policy.url: found "localhost:8000"' in text
+    assert 'broker.url: found "amqp://x"' in text
 
 
 def test_the_command_prints_mistakes_without_a_traceback(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from rollout.policy.engine.sampling import uniforms
 
-MIN_TOKENS = 8
+MIN_TOKENS = 16
 """A step is padded to this many tokens: matrix kernels round differently for the smallest sizes."""
 WORTH_WAITING = 64
 """A request is held back a step or two when another is just caching this many more tokens of its prompt."""

@@ -316,7 +316,9 @@ async def _errors(
         return _error(error.status, error.text or error.reason)
 
 
-async def serve(server: PolicyServer, host: str, port: int, on_listening: Callable[[str], None]) -> None:
+async def serve(
+    server: PolicyServer, host: str, port: int, on_listening: Callable[[str], None], *, paused: bool = False
+) -> None:
     """Run until SIGTERM or SIGINT; raises the engine's exception if it dies. `on_listening` gets the base URL."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -330,6 +332,8 @@ async def serve(server: PolicyServer, host: str, port: int, on_listening: Callab
         site = web.SockSite(runner, listener, backlog=4096)
         server.start()
         try:
+            if paused:
+                await asyncio.wrap_future(server.engine.pause("keep", False))
             await site.start()
             shown = f"[{host}]" if ":" in host else host
             on_listening(f"http://{shown}:{listener.getsockname()[1]}")

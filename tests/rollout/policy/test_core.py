@@ -162,18 +162,30 @@ def test_sampled_tokens_follow_the_distribution() -> None:
     assert np.all(np.abs(counts[likely] - n * expected[likely]) < 5 * np.sqrt(n * expected[likely]))
 
 
-def test_company_and_reuse_change_no_bit() -> None:
-    """Alone, among 20 others of all lengths, and again from a warm cache: same tokens, same log-probs."""
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 6, "num_key_value_heads": 6},
+        {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3},
+    ],
+    ids=["tiny", "as wide as quickstart", "as wide as smollm2"],
+)
+def test_company_and_reuse_change_no_bit(shape: dict[str, Any]) -> None:
+    """Alone, among 20 others of all lengths, and again from a warm cache: same tokens, same log-probs.
+
+    From how many rows on a matrix kernel rounds each alike depends on its width.
+    """
     prompt = text(0, 150)
     requests = [ask(f"other-{n}", text(n, 1 + 37 * n % 400), 20 + 7 * n, seed=n) for n in range(1, 21)]
-    with Running(make_model(5)) as running:
+    with Running(make_model(5, **shape)) as running:
         alone = running.run(ask("alone", prompt, 120, seed=11))[0]
         warm = running.run(ask("warm", prompt, 120, seed=11))[0]
         assert running.call(running.engine.snapshot).cached_tokens >= len(prompt) - 1
         turn = running.run(ask("turn", [*prompt, *alone.token_ids[:60]], 60, seed=11))[0]
         running.call(running.engine.clear_cache)
         crowd = running.run(*requests[:10], ask("crowd", prompt, 120, seed=11), *requests[10:])[10]
-    with Running(make_model(5), max_prefill_tokens=7) as running:
+    with Running(make_model(5, **shape), max_prefill_tokens=7) as running:
         chunked = running.run(*requests[:3], ask("chunked", prompt, 120, seed=11))[3]
     for other in (warm, crowd, chunked):
         assert other.token_ids == alone.token_ids
