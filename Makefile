@@ -18,7 +18,7 @@ lint: setup  ## ruff, mypy --strict, import contracts
 	.venv/bin/lint-imports
 
 test: lint  ## Lint, then every test, with real processes and sandboxes
-	.venv/bin/python -m pytest -q
+	.venv/bin/python -m pytest -q -n 2 --dist loadfile
 
 bench: setup  ## Run the benchmarks and renew benchmarks/README.md
 	.venv/bin/python -m benchmarks
