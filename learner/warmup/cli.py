@@ -108,6 +108,8 @@ def build(
         mean = np.mean([demo.reward for demo in hasty])
         click.echo(f"and {len(hasty)}, {sum(demo.slipped for demo in hasty)} of them with a slip: mean reward {mean:.3f}")
 
+    # Just before the first draw, so that nothing that came before has a part in it.
+    torch.manual_seed(seed)
     if start is None:
         tokenizer, model = _from_nothing(demos, tool_format, vocabulary, max_length)
     else:
