@@ -1,8 +1,8 @@
 """What every policy server does: one suite, run against the reference engine, its memory twin, and (where installed) vLLM.
 
-A module runs it by subclassing `PolicyContract` and giving a fixture `target`, a fresh `Target` for every test. The server
-behind it may be shared, so no test relies on the weight version it finds. Nothing here waits by time: a test that needs a
-call in flight reads the server's own counters until it is.
+A module runs it by subclassing `PolicyContract`, for a server `WireContract` too, and giving a fixture `target`, a fresh
+`Target` for every test. The server behind it may be shared, so no test relies on the weight version it finds. Nothing here waits
+by time: a test that needs a call in flight reads the server's own counters until it is.
 """
 
 from __future__ import annotations
@@ -274,7 +274,9 @@ class PolicyContract:
         assert after.prompt_tokens - before.prompt_tokens == len(PROMPT)
         assert (after.running, after.waiting) == (0, 0)
 
-    # On the wire
+
+class WireContract:
+    """The part of the contract that only a server has: what is on the wire."""
 
     async def test_an_aborting_pause_answers_with_what_there_is(self, target: Target) -> None:
         async with wire(target) as http:
@@ -332,8 +334,7 @@ class PolicyContract:
 
 def wire(target: Target) -> aiohttp.ClientSession:
     """The server without a client of ours in between."""
-    if target.url is None:
-        pytest.skip("no HTTP")
+    assert target.url is not None
     return aiohttp.ClientSession(target.url, headers=target.headers, timeout=aiohttp.ClientTimeout(DEADLINE_S))
 
 

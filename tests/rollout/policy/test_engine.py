@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollout.policy.client import VllmAdmin, VllmPolicy
-from tests.rollout.policy.contract import PolicyContract, Target
+from tests.rollout.policy.contract import PolicyContract, Target, WireContract
 from tests.rollout.policy.tiny import EngineProcess
 
 
@@ -29,5 +29,5 @@ async def target(engine_process: EngineProcess, tiny_folder: Path) -> AsyncItera
     await admin.close()
 
 
-class TestEngine(PolicyContract):
+class TestEngine(PolicyContract, WireContract):
     pass
