@@ -8,7 +8,7 @@ help:  ## What can be made
 setup:  ## Install what is missing into .venv
 	@./bootstrap.sh
 
-train: setup  ## Train the quickstart agent end to end on this machine (about ten minutes)
+train: setup  ## Train the quickstart agent end to end on this machine (about six minutes)
 	.venv/bin/farmhand train examples/quickstart.toml
 
 lint: setup  ## ruff, mypy --strict, import contracts
