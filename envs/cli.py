@@ -48,7 +48,8 @@ class Verdict:
 def validate(*, name: str, split: Split, count: int, jobs: int, kind: str, unsafe: bool) -> None:
     """Play each task's oracle, and play nothing: the first must score 1, the second 0."""
     task_set = load_or_explain(name)
-    count = min(count, task_set.size(split))
+    size = _size(task_set, split)
+    count = min(count, size)
     spec = SandboxSpec(kind=kind, unsafe=unsafe)
     verdicts = asyncio.run(judge(task_set, split, range(count), spec=spec, jobs=jobs))
     console = Console()
@@ -62,18 +63,33 @@ def validate(*, name: str, split: Split, count: int, jobs: int, kind: str, unsaf
     click.echo(f"{count} tasks of {name}/{split} are valid: the oracle scores 1, doing nothing 0")
 
 
+def _size(task_set: TaskSet, split: Split) -> int:
+    """At least 1, or a `ClickException`: a set of nothing is not valid."""
+    try:
+        size = task_set.size(split)
+    except Exception as error:
+        raise click.ClickException(f"size({split!r}) of the set raised {type(error).__name__}: {error}") from error
+    if not isinstance(size, int) or size < 1:
+        raise click.ClickException(f"size({split!r}) of the set is {size!r}, expected a whole number of at least 1")
+    return size
+
+
 async def judge(task_set: TaskSet, split: Split, indices: Iterable[int], *, spec: SandboxSpec, jobs: int) -> list[Verdict]:
     """A verdict for each index, in order. Raises a group of `SandboxUnavailable` where there is no sandbox to be had."""
     backend = get_backend(spec.kind)
     gate = asyncio.Semaphore(jobs)
 
-    async def one(task: Task) -> Verdict:
+    async def one(index: int) -> Verdict:
+        try:
+            task = Task.model_validate(task_set.task(split, index))
+        except Exception as error:
+            return Verdict(f"{split}/{index}", "", None, None, f"it cannot be made: {type(error).__name__}: {error}")
         async with gate:
             return await _judge_one(backend, spec, task)
 
     try:
         async with asyncio.TaskGroup() as group:
-            running = [group.create_task(one(task_set.task(split, index))) for index in indices]
+            running = [group.create_task(one(index)) for index in indices]
         return [task.result() for task in running]
     finally:
         await backend.close()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 
 import click
 
+STOPPED = 130
+"""Exit code of what a signal has ended before its time."""
 FOLDER = click.Path(file_okay=False, path_type=Path)
 FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -36,7 +39,7 @@ def train(ctx: click.Context, config: Path | None, resume: Path | None, override
         assert config is not None
         settings = load_config(config, overrides)
         outcome = asyncio.run(run_training(settings, None, source=str(config), resume=False))
-    ctx.exit(0 if outcome.finished else 130)
+    ctx.exit(0 if outcome.finished else STOPPED)
 
 
 @click.command("eval")
@@ -63,7 +66,11 @@ def evaluate(**options: object) -> None:
     from learner.evaluate import EvalOptions
     from learner.evaluate import evaluate as run_evaluation
 
-    evaluation = asyncio.run(run_evaluation(EvalOptions.model_validate(options)))
+    try:
+        evaluation = asyncio.run(run_evaluation(EvalOptions.model_validate(options)))
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        click.echo("farmhand: the evaluation was stopped before its end, and has no result", err=True)
+        sys.exit(STOPPED)
     if not evaluation.tally().scored:
         raise click.ClickException("no episode could be scored; the table above says why, the trajectories say more")
 

@@ -33,7 +33,7 @@ from rollout.config import RolloutConfig
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class RunSection(Section):
@@ -141,7 +141,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 
 def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Write each `section.key=value` into `data`. Raises `ConfigError`."""
+    """Write each `section.key=value` into `data`. Raises `ConfigError`.
+
+    Another task set takes none of the options that the file has for its own.
+    """
+    if any(text.partition("=")[0].strip() == "tasks.set" for text in overrides) and isinstance(data.get("tasks"), dict):
+        data["tasks"] = {key: value for key, value in data["tasks"].items() if key != "options"}
     mistakes = [mistake for text in overrides if (mistake := _override(data, text))]
     if mistakes:
         raise ConfigError("--set", mistakes)

@@ -43,9 +43,10 @@ def _explain_one(error: BaseException) -> tuple[str, int] | None:
     from learner.supervise import ChildFailed
     from rollout.policy.base import PolicyError
     from rollout.store import StoreUnavailable
+    from rollout.urls import BadUrl
     from sandbox.base import SandboxError
 
-    if isinstance(error, ConfigError):
+    if isinstance(error, ConfigError | BadUrl):
         return str(error), CONFIG
     if isinstance(error, RunError | ChildFailed | PolicyError | StoreUnavailable | SandboxError):
         return str(error), FAILED

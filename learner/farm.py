@@ -23,6 +23,7 @@ from learner.supervise import ChildSpec, Supervisor
 from rollout.cli import worker_command
 from rollout.config import RolloutConfig
 from rollout.dispatch import CelerySender, Dispatcher
+from rollout.policy.base import PolicyUnavailable
 from rollout.policy.client import VllmAdmin
 from rollout.store import EpisodeStore
 from rollout.valkey_server import embedded_command, ready
@@ -31,6 +32,7 @@ from sandbox.base import SandboxInfo
 from sandbox.registry import get_backend
 
 POLICY_READY_S = 180.0
+POLICY_ANSWER_S = 15.0
 REAP_TIMEOUT_S = 30.0
 
 
@@ -57,9 +59,22 @@ class Farm:
         self.published = rollout.model_copy(update={"policy": policy})
 
     async def open_policy(self) -> None:
-        """Let the policy server, which starts paused, serve: it has the weights that it is to have."""
+        """Let the policy server, which starts paused, serve: it has the weights that it is to have.
+
+        Raises `PolicyUnavailable` if one that was started elsewhere does not answer.
+        """
         if self.config.policy.url is None:
             await self.admin.resume()
+            return
+        wait = min(POLICY_ANSWER_S, self.config.policy.retry_s)
+        try:
+            async with asyncio.timeout(wait):
+                while not await self.admin.health():  # noqa: ASYNC110 (another process)
+                    await asyncio.sleep(0.2)
+        except TimeoutError:
+            raise PolicyUnavailable(
+                f"no policy server answered at {self.policy_url} within {wait:g} s: check that it runs and that policy.url is right"
+            ) from None
 
     async def start_workers(self) -> None:
         """Does nothing if they run already.

@@ -321,7 +321,11 @@ class TrainingLoop:
             self._room.clear()
             episodes = []
             while self._admission.capacity():
-                group = self._plan.episodes(self._admission.admit(), self._admission.version)
+                # A task set is somebody's code: it may take its time, and must not hold up the rest.
+                number = self._admission.submitted
+                group = await asyncio.to_thread(self._plan.episodes, number, self._admission.version)
+                # Nobody else admits; and without a wait in between, a checkpoint finds the group in both places or in none.
+                self._admission.admit()
                 self._buffer.dispatch(group)
                 self._archive.dispatch(group)
                 episodes += group

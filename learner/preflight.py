@@ -16,13 +16,16 @@ from pydantic import ValidationError
 from learner.config import ConfigError, Mistake, TrainConfig
 from learner.settings import check_sampling
 from rollout.models import ModelNotFound, resolve_model
+from rollout.store import StoreUnavailable
 from rollout.urls import BadUrl, masked, redis_url
+from rollout.valkey_server import ready
 from sandbox.base import SandboxError, SandboxSpec
 from sandbox.registry import get_backend, known_kinds
 from tasks.base import Split, TaskSet
 from tasks.registry import TaskSetError, load_task_set
 
 PROBE_TIMEOUT_S = 30.0
+BROKER_TIMEOUT_S = 5.0
 
 
 async def check(config: TrainConfig, source: str) -> TaskSet:
@@ -37,7 +40,7 @@ async def check_rollout(
     config: TrainConfig, source: str, splits: Mapping[Split, int], found: Sequence[Mistake] = ()
 ) -> TaskSet:
     """All that driving episodes needs: `splits` says how many tasks of which. `found` are mistakes known already."""
-    mistakes = [*found, *_values(config)]
+    mistakes = [*found, *_values(config), *await _broker(config)]
     tasks = _tasks(config, splits, mistakes)
     mistakes += _model(config)
     if tasks is not None:
@@ -53,15 +56,30 @@ def _values(config: TrainConfig) -> list[Mistake]:
     if config.batch.min_members > config.batch.group_size:
         allowed = f"at most batch.group_size = {config.batch.group_size}, or no group could ever be trained on"
         mistakes.append(Mistake("batch.min_members", str(config.batch.min_members), allowed))
-    if config.broker.url is not None:
-        try:
-            redis_url(config.broker.url)
-        except BadUrl as error:
-            mistakes.append(Mistake("broker.url", masked(config.broker.url), str(error)))
     key = config.policy.api_key_env
     if key is not None and key not in os.environ:
         mistakes.append(Mistake("policy.api_key_env", repr(key), "no environment variable of that name is set"))
     return mistakes + _times(config)
+
+
+async def _broker(config: TrainConfig) -> list[Mistake]:
+    """Does a server answer where one is said to be?"""
+    url = config.broker.url
+    if url is None:
+        return []
+    try:
+        redis_url(url)
+    except BadUrl as error:
+        return [Mistake("broker.url", masked(url), str(error))]
+    try:
+        async with asyncio.timeout(BROKER_TIMEOUT_S):
+            while not await ready(url):  # noqa: ASYNC110 (another process)
+                await asyncio.sleep(0.2)
+    except TimeoutError:
+        return [Mistake("broker.url", masked(url), f"no Valkey or Redis answered there within {BROKER_TIMEOUT_S:g} s")]
+    except StoreUnavailable as error:
+        return [Mistake("broker.url", masked(url), str(error))]
+    return []
 
 
 def _model(config: TrainConfig) -> list[Mistake]:
@@ -95,9 +113,13 @@ def _tasks(config: TrainConfig, splits: Mapping[Split, int], mistakes: list[Mist
     for split, size in splits.items():
         key = "tasks.set" if size == 1 else "eval.size"
         try:
-            found = tasks.size(split)
+            found: object = tasks.size(split)
         except Exception as error:
             mistakes.append(Mistake("tasks.set", repr(config.tasks.set), f"its {split} split has no size: {error!r}"))
+            return None
+        if not isinstance(found, int):
+            told = f"its {split} split has the size {found!r}, expected a whole number"
+            mistakes.append(Mistake("tasks.set", repr(config.tasks.set), told))
             return None
         if found < size:
             mistakes.append(Mistake(key, str(size), f"task set {config.tasks.set!r} has {found} tasks in its {split} split"))

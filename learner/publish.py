@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+import psutil
 import torch
 
 from learner.run import RunError
@@ -38,6 +39,8 @@ T = TypeVar("T")
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (a folder of our own is made in it, closed to others)
 TOLERANCE = {"float32": 0.002, "bfloat16": 0.1}
 """Mean absolute difference of the probe's log-probs, nats a token."""
+OWNER = "owner"
+"""File with the trainer's process id."""
 REFUSALS = 3
 """A server that restarted in the middle of a push refuses the rest of it, once for each restart."""
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 1.0
@@ -100,7 +103,7 @@ class Publisher:
             self._folders = [SHARED_MEMORY / f"farmhand-{run}", fallback]
         else:
             self._folders = [Path(settings.folder).absolute() / f"farmhand-{run}"]
-        for folder in self._folders:
+        for folder in (*self._folders, *_orphans()):
             _remove(folder)
         self._fresh: list[Path] = []
         """Folders of versions that exist, the newest last."""
@@ -271,6 +274,7 @@ def _write_to(place: Path, weights: Mapping[str, torch.Tensor], version: int) ->
     place.mkdir(parents=True, exist_ok=True, mode=0o700)
     if place.stat(follow_symlinks=False).st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, "the folder belongs to another user", str(place))
+    (place / OWNER).write_text(f"{os.getpid()}\n")
     # A name that was never used: the policy servers may still read the version before it.
     fresh = Path(tempfile.mkdtemp(prefix=f"version-{version}-", dir=place))
     try:
@@ -281,6 +285,16 @@ def _write_to(place: Path, weights: Mapping[str, torch.Tensor], version: int) ->
         _remove(fresh)
         raise
     return fresh
+
+
+def _orphans() -> list[Path]:
+    """Folders in shared memory whose trainer died and was never resumed."""
+    found = []
+    for owner in SHARED_MEMORY.glob(f"farmhand-*/{OWNER}"):
+        with contextlib.suppress(OSError, ValueError):
+            if owner.stat().st_uid == os.geteuid() and not psutil.pid_exists(int(owner.read_text())):
+                found.append(owner.parent)
+    return found
 
 
 def _remove(folder: Path) -> None:

@@ -13,7 +13,7 @@ from rollout.config import SamplingConfig
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class BatchSettings(_Section):

@@ -10,6 +10,7 @@ import click
 
 from rollout.policy.cli import policy
 from rollout.queues import queue_of
+from rollout.urls import redis_url
 
 __all__ = ["policy", "worker"]
 
@@ -35,5 +36,6 @@ def worker_command(*, concurrency: int, kinds: tuple[str, ...], name: str = "wor
 @click.option("--log-level", default="info", show_default=True)
 def worker(broker: str, concurrency: int, kinds: tuple[str, ...], name: str, log_level: str) -> NoReturn:
     """Drive episodes for a farm: the same as `celery -A rollout worker` with the right flags."""
+    redis_url(broker)
     command = worker_command(concurrency=concurrency, kinds=kinds, name=name, log_level=log_level)
     os.execve(command[0], command, {**os.environ, "FARMHAND_BROKER": broker})  # noqa: S606 (no shell is wanted)

@@ -34,8 +34,8 @@ def cli() -> None:
 
 @cli.command(context_settings={"allow_interspersed_args": False})
 @_KIND
-@click.option("--timeout", default=60.0, show_default=True, help="Seconds.")
-@click.option("--network/--no-network", default=False, help="Let the command reach the network.")
+@click.option("--timeout", default=60.0, show_default=True, type=click.FloatRange(0, 86400, min_open=True), help="Seconds.")
+@click.option("--network/--no-network", default=False, help="Share the host's network, its loopback included.")
 @click.option("--unsafe", is_flag=True, help="Where the host cannot isolate, run without isolation.")
 @click.argument("command", nargs=-1, required=True)
 def run(kind: str, timeout: float, network: bool, unsafe: bool, command: tuple[str, ...]) -> None:

@@ -15,7 +15,7 @@ def policy() -> None:
 @policy.command()
 @click.argument("model")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on. No route has authentication.")
-@click.option("--port", default=0, show_default=True, help="0 takes a free one.")
+@click.option("--port", default=0, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
 @click.option("--port-file", type=click.Path(dir_okay=False, path_type=Path), help="File to write the URL to, as JSON.")
 @click.option("--max-num-seqs", default=64, show_default=True, type=click.IntRange(1), help="Requests in the batch at once.")
 @click.option("--max-model-len", type=click.IntRange(2), help="Tokens of prompt and answer; the model's own by default.")

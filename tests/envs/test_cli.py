@@ -35,6 +35,15 @@ class Set:
         return Task(id=f"set/{kind}", env="coding", instruction="x", family=kind, params=PARAMS[kind])
 
 def good(): return Set("good", "good")
+def empty(): return Set()
+class Mute(Set):
+    def size(self, split): raise RuntimeError("no size today")
+def mute(): return Mute("good")
+class Torn(Set):
+    def task(self, split, index):
+        if index == 1: raise RuntimeError("cannot draw it")
+        return super().task(split, index)
+def torn(): return Torn("good", "good", "good")
 def bad(): return Set("good", "free", "unsolved", "broken", "bare")
 """
 
@@ -74,3 +83,24 @@ def test_the_generated_set_is_valid() -> None:
 def test_an_oracle_that_is_no_list_of_calls_names_the_task(oracle: Any) -> None:
     with pytest.raises(EnvError, match="task o/1"):
         oracle_calls(Task(id="o/1", env="coding", instruction="x", params={"oracle": oracle}))
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("empty", "size('test') of the set is 0, expected a whole number of at least 1"),
+        ("mute", "RuntimeError: no size today"),
+    ],
+)
+def test_a_set_without_a_size_is_not_valid(plugin: str, name: str, told: str) -> None:
+    result = CliRunner().invoke(validate, [f"{plugin}:{name}"])
+    assert result.exit_code == 1
+    assert told in result.output
+
+
+def test_a_task_that_cannot_be_made_is_one_finding_among_the_others(plugin: str) -> None:
+    result = CliRunner().invoke(validate, [f"{plugin}:torn"])
+    assert result.exit_code == 1
+    assert "test/1" in result.output
+    assert "it cannot be made: RuntimeError: cannot draw it" in result.output
+    assert "1 of 3 tasks are not valid" in result.output

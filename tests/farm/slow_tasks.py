@@ -24,3 +24,15 @@ class SlowTasks:
 
 def load(seconds: float = 0.5) -> SlowTasks:
     return SlowTasks(seconds)
+
+
+class BrokenTasks(SlowTasks):
+    """Tasks whose verifier prints no reward."""
+
+    def task(self, split: Split, index: int) -> Task:
+        task = super().task(split, index)
+        return task.model_copy(update={"params": {**task.params, "verify": "echo nonsense"}})
+
+
+def broken() -> BrokenTasks:
+    return BrokenTasks(0.0)

@@ -41,12 +41,17 @@ def test_the_quickstart_policy_has_room_to_learn_and_knows_something(tmp_path: P
 
 
 def test_failures_are_counted_beside_the_score(tmp_path: Path) -> None:
-    result = evaluate(
-        tmp_path / "out", "--policy-url", "http://127.0.0.1:9", "--set", "policy.retry_s=0", "--set", "eval.size=4"
-    )
+    result = evaluate(tmp_path / "out", "--tasks", "tests.farm.slow_tasks:broken", "--set", "eval.size=4")
     assert result.returncode == 1
     assert "no episode could be scored" in result.stderr
     figures = json.loads((tmp_path / "out" / "eval.json").read_text())
     assert (figures["score"], figures["scored"], figures["failed"]) == (None, 0, 4)
-    assert figures["failures"] == {"policy": 4}
-    assert "failed: policy" in result.stdout
+    assert figures["failures"] == {"task": 4}
+    assert "failed: task" in result.stdout
+
+
+def test_a_policy_server_that_is_not_there_is_named_at_once(tmp_path: Path) -> None:
+    result = evaluate(tmp_path / "out", "--policy-url", "http://127.0.0.1:9", "--set", "policy.retry_s=1")
+    assert result.returncode == 1
+    assert "no policy server answered at http://127.0.0.1:9" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -80,6 +80,24 @@ def test_overrides_are_toml_or_else_text(tmp_path: Path) -> None:
     assert config.tasks.options == {"seed": 3}
 
 
+def test_another_task_set_does_not_get_the_options_of_the_files_own(tmp_path: Path) -> None:
+    path = write(tmp_path, '[run]\nsteps = 1\n[tasks]\nset = "shell"\noptions = {seed = 3}\n')
+    assert load_config(path).tasks.options == {"seed": 3}
+    assert load_config(path, ["tasks.set=wordcount:WordCount"]).tasks.options == {}
+    assert load_config(path, ["tasks.set=shell", "tasks.options.seed=4"]).tasks.options == {"seed": 4}
+
+
+@pytest.mark.parametrize("value", ["inf", "nan"])
+def test_a_figure_that_is_not_finite_is_a_mistake(tmp_path: Path, value: str) -> None:
+    text = mistakes(write(tmp_path, "[run]\nsteps = 1\n"), f"optimizer.learning_rate={value}")
+    assert "optimizer.learning_rate" in text
+
+
+async def test_preflight_asks_a_broker_that_is_said_to_run() -> None:
+    text = await preflight(broker={"url": "redis://:secret@127.0.0.1:1"})
+    assert "broker.url: found redis://:***@127.0.0.1:1; no Valkey or Redis answered there" in text
+
+
 @pytest.mark.parametrize("override", ["steps", "=3", "run..steps=1", "run.steps.more=1"])
 def test_an_override_that_cannot_be_applied(tmp_path: Path, override: str) -> None:
     assert "expected section.key=value" in mistakes(write(tmp_path, "[run]\nsteps = 1\n"), override)

@@ -4,7 +4,9 @@
 
 import asyncio
 import os
+import shutil
 import signal
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from safetensors.torch import load_file
 
 from learner import publish as module
 from learner.batch import Batch, TokenSequence
-from learner.publish import Publisher, PushNotVerified
+from learner.publish import OWNER, SHARED_MEMORY, Publisher, PushNotVerified
 from learner.settings import ObjectiveSettings, OptimizerSettings, PublishSettings
 from learner.trainer import Trainer
 from rollout.policy.base import PauseMode, PolicyError, PolicyUnavailable, SamplingParams
@@ -410,3 +412,19 @@ async def test_a_real_engine_serves_what_a_real_trainer_learned_also_after_a_kil
             publisher.close()
             await admin.close()
             await policy.close()
+
+
+def test_weights_of_a_trainer_that_died_do_not_stay_in_shared_memory(tmp_path: Path) -> None:
+    child = subprocess.Popen(["true"])
+    child.wait()
+    dead, living = SHARED_MEMORY / "farmhand-of-the-dead", SHARED_MEMORY / "farmhand-of-the-living"
+    try:
+        for folder, pid in ((dead, child.pid), (living, os.getpid())):
+            folder.mkdir(mode=0o700)
+            (folder / OWNER).write_text(f"{pid}\n")
+        Publisher(PublishSettings(), tmp_path, [], dtype="float32")
+        assert not dead.exists()
+        assert living.exists()
+    finally:
+        for folder in (dead, living):
+            shutil.rmtree(folder, ignore_errors=True)
