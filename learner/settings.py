@@ -87,7 +87,7 @@ class PublishSettings(_Section):
     timeout_s: float = Field(default=120.0, gt=0)
     """Deadline of every call to a policy server during a push."""
     verify: bool = True
-    """Compare the servers' log-probs of a fixed probe with the trainer's after every push."""
+    """Compare the servers' log-probs of a probe with the trainer's after every push."""
     tolerance: float | None = Field(default=None, gt=0)
     """Largest mean absolute difference of a probe's log-probs, nats a token; None: 0.002 in float32, 0.1 in bfloat16."""
     probe_tokens: int = Field(default=64, ge=2)

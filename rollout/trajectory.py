@@ -79,7 +79,7 @@ class Segment:
     versions: Versions
     finish_reason: str
     reward: float = 0.0
-    """Reward of this turn alone; the episode's own reward is in `EpisodeEnd`."""
+    """Paid by the environment for the action before this call; what came after the last call is in `EpisodeEnd.reward`."""
     timing: Mapping[str, float] = field(default_factory=dict)
     """Seconds by phase: `policy`, `env`, and `started_at` in Unix seconds."""
 
